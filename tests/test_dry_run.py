@@ -135,9 +135,11 @@ def test_no_budget_is_refused_by_a_private_draw():
 
 def test_a_dry_run_compiles_no_step(texts, run_dir, capsys, monkeypatch):
     monkeypatch.setattr("fedsim.engine.worker.Worker.add_lane", None)
-    args = command(texts, run_dir, batch_size=2)
-    main([*args, "--dry-run", "--json"])
-    assert not run_dir.exists() and json.loads(capsys.readouterr().out)["batch_size"] == 2
+    monkeypatch.setattr("fedsim.training.trainer.MANY_PARAMETERS", 1)
+    main([*command(texts, run_dir, batch_size=2), "--dry-run", "--json"])
+    out, err = capsys.readouterr()
+    assert not run_dir.exists() and json.loads(out)["batch_size"] == 2
+    assert "\ntime              about 1 s of one CPU core if all rows are full" in err
 
 
 @pytest.mark.privacy

@@ -95,9 +95,8 @@ def _opened(directory: str) -> Any:
     from fedsim.run import directory as directories
 
     there = directory == corpora.PYDOCS or corpora.is_built(directory)
-    beside = directories.near(Path(directory), "metadata.json")
-    expected = f"a directory made by `fedsim data build`{beside}, or pydocs"
-    expect("directory", directory, there, expected)
+    near = directories.near(Path(directory), "metadata.json")
+    expect("directory", directory, there, f"a directory of `fedsim data build`{near}, or pydocs")
     return corpora.load(directory, progress=Terminal().note)
 
 

@@ -12,7 +12,6 @@ from fedsim.config import (
     PrivacyConfig,
     RunConfig,
     Sampling,
-    Unasked,
     changed_run,
 )
 from fedsim.errors import expect, printable
@@ -38,8 +37,7 @@ def train(
         YAML num_steps: 200); flags override it.
       dry_run: Show the plan, its noise and the size of a step, without training.
     """
-    model = "" if run.model.source is Unasked.MODEL else f", model={run.model.source}"
-    Terminal().note(f"reading data={run.data.source}{model}")
+    Terminal().note(f"reading data={run.data.source}")
     from fedsim.engine import keep_memory, set_threads
 
     if dry_run:  # which needs no worker

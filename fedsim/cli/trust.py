@@ -16,7 +16,6 @@ from fedsim.config import (
     PrivacyConfig,
     Probability,
     RunConfig,
-    Unasked,
     changed_run,
 )
 from fedsim.run import Terminal
@@ -38,8 +37,7 @@ def audit(
     Args:
       algorithm: els or uls.
     """
-    model = "" if run.model.source is Unasked.MODEL else f", model={run.model.source}"
-    Terminal().note(f"reading data={run.data.source}{model}")
+    Terminal().note(f"reading data={run.data.source}")
     from fedsim.engine import set_threads
 
     set_threads(run.engine)

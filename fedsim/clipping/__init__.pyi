@@ -22,6 +22,7 @@ from .packing import (
 )
 from .strategy import (
     AUTO as AUTO,
+    MANY_PARAMETERS as MANY_PARAMETERS,
     NAMES as NAMES,
     Strategy as Strategy,
     by_rule as by_rule,

@@ -48,5 +48,6 @@ from .model_source import (
 from .terminal import (
     Terminal as Terminal,
     aligned as aligned,
+    time_in_words as time_in_words,
     verbosity as verbosity,
 )

@@ -99,11 +99,9 @@ class Console(Terminal):
         board = run_dir / BOARD
         look = f"; look at it with: tensorboard --logdir {shlex.quote(str(board))}"
         self.note(f"written to {run_dir}{look if board.exists() else ''}")
-        commands = ["verify", "report", "generate"]
-        if not summary["steps_done"]:
-            commands = ["verify"]
-        elif unit == "":  # no language model
-            commands.remove("generate")
+        commands = ["verify"]
+        if summary["steps_done"]:  # and a unit if it is a language model
+            commands += ["report", "generate"] if unit else ["report"]
         self.note("next: " + ", ".join(f"fedsim {x} {shlex.quote(str(run_dir))}" for x in commands))
 
 

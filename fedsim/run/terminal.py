@@ -135,8 +135,9 @@ class Terminal:
 
 def time_in_words(seconds: float) -> str:
     """A time that is left, roughly."""
-    few = seconds < 100
-    return f"about {math.ceil(seconds)} s" if few else f"about {math.ceil(seconds / 60):,} minutes"
+    units = ("s", 1), ("minutes", 60), ("hours", 3600)
+    name, size = next((each for each in units if seconds < 100 * each[1]), units[-1])
+    return f"about {math.ceil(seconds / size):,} {name}"
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

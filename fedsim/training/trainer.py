@@ -21,7 +21,7 @@ import numpy as np
 
 from fedsim import accounting
 from fedsim.accounting import at_most, event_fields
-from fedsim.clipping import num_coordinates
+from fedsim.clipping import MANY_PARAMETERS, num_coordinates
 from fedsim.config import Algorithm, PrivacyConfig, RunConfig
 from fedsim.data import TEMPLATE, corpora
 from fedsim.engine import Stats, versions
@@ -47,6 +47,7 @@ from fedsim.run import (
     restored,
     results,
     save,
+    time_in_words,
 )
 from fedsim.signals import ended_by, stop_signals
 from fedsim.training.callbacks import LOGGERS, Callback, Calls
@@ -64,6 +65,7 @@ from fedsim.training.optimizers import (
 from fedsim.training.prepare import PreparedRun, prepare_run
 from fedsim.training.private_evaluation import noisy_evaluate
 
+OPERATIONS = 5e10  # a second, of a CPU core; half of what two take in docs/guide/chats.md
 MAX_GROWTH = 100.0  # times the largest parameter at the start, or 1: nothing is learnt beyond
 STOPPING = (
     "stopping: this step is finished and saved; a second signal ends at once, and loses the steps "
@@ -435,6 +437,13 @@ def show(prepared: PreparedRun, *, dry_run: bool = False) -> None:
     if (length := getattr(opened.data.train, "max_length", None)) is not None:
         size = num_coordinates((prepared.params, prepared.task.frozen))
         rows.append(("rows", f"up to {length:,} tokens, through {size:,} parameters"))
+        if prepared.engine.platform == "cpu" and size >= MANY_PARAMETERS:
+            passes = 2 if prepared.task.frozen is not None else 3  # forward, and backward
+            operations = 2 * passes * size * length * plan.batch_size * plan.num_steps
+            time = time_in_words(operations / OPERATIONS)
+            rows.append(
+                ("time", f"{time} of one CPU core if all rows are full; evaluations add to it")
+            )
     if opened.purpose.is_counted and not dry_run:
         rows.append(("directory", str(opened.run.run_dir)))
     console.rows(rows)

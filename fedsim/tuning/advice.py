@@ -94,10 +94,8 @@ def to_train(
 
 def command(algorithm: Algorithm, settings: dict[str, Any]) -> list[str]:
     """Words of the `fedsim train` command for the settings of `to_train`."""
-    words, known = (
-        ["fedsim", "train", str(algorithm)],
-        flags_of(PrivacyConfig) | flags_of(RunConfig),
-    )
+    words = ["fedsim", "train", str(algorithm)]
+    known = flags_of(PrivacyConfig) | flags_of(RunConfig)
     for name, value in settings.items():
         if HIDDEN in known[name].marks:
             continue

@@ -23,8 +23,8 @@ from fedsim.sampling import PADDING, draw_groups
 NUM_USERS = 128
 """Size of the sample of users in the paper."""
 FEW_USERS = 16
-"""The same for a pretrained model, each gradient of which takes seconds on a CPU: norms of one
-differ little, so that a median of 16 is within 10 % of that of 64 in 19 of 20 samples."""
+"""The same for a pretrained model, whose gradients take seconds on a CPU and have alike norms: of
+SmolLM2's on chats, 95 % of the medians of 16 were within 10 % of that of 64."""
 
 ANY_CLIP = Clip(1.0, normalised=True)
 """Norms are measured before clipping."""

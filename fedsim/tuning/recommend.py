@@ -62,8 +62,7 @@ def recommend(
       ConfigError: the settings do not fit the data or each other.
       EngineError: workers failed.
     """
-    finite = privacy.epsilon < math.inf
-    expect("epsilon", privacy.epsilon, finite, "a finite one: noise is compared")
+    expect("epsilon", privacy.epsilon, privacy.epsilon < math.inf, "finite: noise is compared")
     if num_users is None:
         num_users = NUM_USERS if run.model.source in PRESETS else FEW_USERS
     expect("users", num_users, num_users >= 1, ">= 1")

@@ -52,7 +52,7 @@ def test_all_tokens_of_texts_but_the_first_are_trained_on(tmp_path, capsys):
     build(file, out, eval_users=0)
     with pytest.raises(SystemExit):
         main.main(["data", "show", f"{out}z"])
-    assert f"made by `fedsim data build`, such as {out}, or" in capsys.readouterr().err
+    assert f"of `fedsim data build`, such as {out}, or" in capsys.readouterr().err
     main.main(["data", "show", str(out), "--rows", "1"])
     line, shown = "row 0 of ben, u0: 4 tokens, 3 trained on (75%)", "<|endoftext|>⟦Hi<|endoftext|>⟧"
     assert capsys.readouterr().out == f"{line}\n{shown}\n\n"

@@ -132,9 +132,7 @@ def test_a_new_model_for_the_tokens_of_a_pretrained_one_is_asked_for(tmp_path, m
         build(texts, data, tokenizer=tokenizer, tokenizer_is_public=bool(declared))
         with pytest.raises(SystemExit) if refused else nullcontext():
             main(["train", "uls", *flags.split(), "--run-dir", str(tmp_path / "run"), *given])
-        said = capsys.readouterr().err
-        assert ("model: missing, expected the directory" in said) == refused
-        assert (", model=tiny\n" in said) == bool(given)
+        assert ("model: missing, expected the directory" in capsys.readouterr().err) == refused
         shutil.rmtree(data)
 
 
