@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from fedsim.errors import ConfigError, FileDamaged, brief, expect
+from fedsim.errors import ConfigError, FileDamaged, brief, expect, such_as
 from fedsim.signals import removed_at_end
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError
@@ -33,6 +33,13 @@ _DEFAULT_PLACES = {
     CACHE: ("XDG_CACHE_HOME", "~/.cache", "fedsim"),
     LEDGER: ("XDG_STATE_HOME", "~/.local/state", "fedsim/budget"),
 }
+
+
+def near(missing: Path, pattern: str = "*") -> str:
+    """End of a line about a path that does not exist: the nearest name beside it, if there is one,
+    of those with the pattern, such as */config.json for directories with this file."""
+    beside = (Path(found).parts[0] for found in glob.glob(pattern, root_dir=missing.parent))
+    return such_as(missing.name, beside, missing.parent.joinpath)
 
 
 def expand_home(field: str, path: str | Path) -> str:

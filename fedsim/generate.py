@@ -16,7 +16,7 @@ from fedsim.config import EngineConfig, Sampling
 from fedsim.data import ASSISTANT, CALLS, USER, ChatTokenizer, Message, Tokenizer, template_of
 from fedsim.engine import create, expect_usable_jax
 from fedsim.errors import BadChat, ConfigError, brief, expect
-from fedsim.files import expand_home, write_json, write_with
+from fedsim.files import expand_home, near, write_json, write_with
 from fedsim.models import (
     HUB,
     TOKENIZER,
@@ -235,8 +235,8 @@ def _model(source: str, max_tokens: int, seed: int) -> Pretrained:
     expect("max_tokens", max_tokens, max_tokens >= 1, ">= 1")
     key_of(seed)
     there = "/" in source or Path(source).exists() or source.startswith(HUB)
-    near = "" if there else directory.near(Path(source), directory.CONFIG)
-    kinds = f"the directory of a run or of a Hugging Face model{near}, or hf:NAME"
+    beside = "" if there else near(Path(source), f"*/{directory.CONFIG}")
+    kinds = f"the directory of a run or of a Hugging Face model{beside}, or hf:NAME"
     model = find_model(source) if there else None
     expect("model", source, model is not None, kinds)
     assert model is not None

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from fedsim.cli import Answer
 from fedsim.config import BuildConfig, Count, Positional
-from fedsim.errors import expect, printable
+from fedsim.errors import ConfigError, expect, printable
+from fedsim.files import near
 from fedsim.run import Terminal, aligned
 
 
@@ -92,11 +93,10 @@ def _opened(directory: str) -> Any:
     """The data set of a directory that was built, or one that is built in."""
     Terminal().note(f"reading data={directory}")
     from fedsim.data import corpora
-    from fedsim.run import directory as directories
 
-    there = directory == corpora.PYDOCS or corpora.is_built(directory)
-    near = directories.near(Path(directory), "metadata.json")
-    expect("directory", directory, there, f"a directory of `fedsim data build`{near}, or pydocs")
+    if directory != corpora.PYDOCS and not corpora.is_built(directory):
+        expected = f"a directory of `fedsim data build`{near(Path(directory), '*/metadata.json')}"
+        raise ConfigError.of("directory", directory, f"{expected}, or pydocs")
     return corpora.load(directory, progress=Terminal().note)
 
 

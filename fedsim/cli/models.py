@@ -15,6 +15,7 @@ from fedsim.config import (
     changed_run,
 )
 from fedsim.errors import expect, printable
+from fedsim.files import near
 from fedsim.run import Terminal
 
 
@@ -45,14 +46,14 @@ def train(
     set_threads(run.engine)
     keep_memory()
     from fedsim import training
-    from fedsim.run import Console, directory
+    from fedsim.run import Console, directory, ledger
 
     console = Console()
     if dry_run:
         return training.dry_run(Algorithm(algorithm), privacy, run, console), []
     if run.resume and not (run.run_dir / directory.CONFIG).exists():
-        near = directory.near(run.run_dir).replace("such as", "but in")
-        console.note(f"no run in {run.run_dir} yet{near}: a new one begins")
+        other = near(run.run_dir, f"*/{ledger.FILE}").replace("such as", "but in", 1)
+        console.note(f"no run in {run.run_dir} yet{other}: a new one begins")
     summary = training.train(Algorithm(algorithm), privacy, run, console)
     console.summary(summary, run.run_dir)
     return summary, []

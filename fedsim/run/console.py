@@ -76,7 +76,8 @@ class Console(Terminal):
                 update(completed=step, description=done, text=shown)
             elif step % every == 0 or step in (first + 1, last):
                 self.note(f"step {step}/{last}  {shown}")
-            if took and len(took) == 1 + (took[0] < SLOW_S) and left > LONG_S:
+            enough = 1 if took and took[0] >= SLOW_S else 2
+            if len(took) == enough and left > LONG_S:
                 rest = f"the rest with evaluations {time_in_words(left)}"
                 self.note(f"a step takes {usual:.2g} s, {rest}")
 

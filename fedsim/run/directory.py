@@ -30,10 +30,11 @@ from fedsim.config import (
     run_config,
 )
 from fedsim.data import TEMPLATE, is_table
-from fedsim.errors import ConfigError, FileDamaged, expect, such_as
+from fedsim.errors import ConfigError, FileDamaged, expect
 from fedsim.files import (
     make_directory,
     named,
+    near,
     private_directory,
     read_json,
     sha256_of,
@@ -120,11 +121,14 @@ def load(run_dir: Path) -> StoredRun:
       FileDamaged: config.json or the tokenizer was changed since the start of the run.
     """
     path = run_dir / CONFIG
-    expect("run", run_dir, run_dir.exists(), f"a directory that exists{near(run_dir)}")
+    if not run_dir.exists():
+        beside = near(run_dir, f"*/{ledger.FILE}")
+        raise ConfigError.of("run", run_dir, f"a directory that exists{beside}")
     record = read_json(path) if path.is_file() else None
     if record is None or "model_type" in record:  # of a model
         also = "`fedsim verify` takes a published folder, too"
-        also += ", but not an exported model: it cannot check the README.md" * (record is not None)
+        if record is not None:
+            also += ", but not an exported model: it cannot check the README.md"
         raise ConfigError.of("run", run_dir, f"the directory of a run, with its {CONFIG}; {also}")
     versions = record.get("versions")
     was = str(versions.get("fedsim", "")) if isinstance(versions, dict) else ""
@@ -141,12 +145,6 @@ def load(run_dir: Path) -> StoredRun:
     if stored.tokenizer and kept.is_file() and sha256_of(kept) != stored.tokenizer:
         raise FileDamaged(f"{kept}: was changed since the run was started")
     return stored
-
-
-def near(missing: Path, file: str = ledger.FILE) -> str:
-    """End of a line about a missing directory: the nearest name beside it of one with `file`."""
-    beside = [path.parent.name for path in missing.parent.glob(f"*/{file}")]
-    return such_as(missing.name, beside, missing.parent.joinpath)
 
 
 def summary_of(run_dir: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import numpy as np
 from fedsim.config import DataConfig, RunConfig, Unasked
 from fedsim.data import Dataset, Tokenizer, corpora, tokenizer_is_public
 from fedsim.errors import ConfigError, expect
-from fedsim.files import expand_home
+from fedsim.files import expand_home, near
 from fedsim.models import (
     PRESETS,
     LanguageModelTask,
@@ -57,8 +57,8 @@ def find_model(
         is_path = source.count("/") != 1 or path.parent.exists()
         sizes = "" if "/" in source else f"one of {', '.join(PRESETS)}, hf:NAME, or "
         other = sizes if is_path else f"{weights.HUB}{source}, or "
-        expected = f"{other}a directory that exists{directory.near(path, directory.CONFIG)}"
-        raise ConfigError.of("model", source, expected)
+        beside = near(path, f"*/{directory.CONFIG}")
+        raise ConfigError.of("model", source, f"{other}a directory that exists{beside}")
     with (console or Terminal()).phase(f"loading model={source}"):
         return weights.load(source, as_stored=as_stored)
 

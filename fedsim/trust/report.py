@@ -312,9 +312,8 @@ def publish(run_dir: Path, out: Path | None, console: Console) -> dict[str, Any]
     with directory.lock(run_dir, to_read=True):
         stored = directory.load(run_dir)
         new = not out.exists() and not out.is_symlink()
-        expect(
-            "out", out, new, "a folder that is not there yet; this one may be of an earlier step"
-        )
+        expected = "a folder that is not there yet; this one may be of an earlier step"
+        expect("out", out, new, expected)
         # Until then the ledger may have steps that the last checkpoint lacks, and get more.
         ended = directory.summary_of(run_dir) is not None
         expect("run", run_dir, ended, "a run that has ended; `resume=True` continues it")

@@ -42,10 +42,8 @@ def test_matrices_have_the_bytes_of_their_type_and_vectors_stay_float32(name, rn
         scales = outputs if dtype == "int8" else 0
         expected = each * matrices + 4 * (vectors + scales)
         kept = frozen.as_frozen(params, dtype)
-        assert (
-            sum(x.nbytes for x in jax.tree.leaves(kept)) == expected
-            and frozen.type_of(kept) == dtype
-        )
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+        assert size == expected and frozen.type_of(kept) == dtype
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(kept) if leaf.ndim == 1)
 
 

@@ -119,9 +119,8 @@ def test_a_signal_ends_an_evaluation_before_its_next_pass(
         patch.setattr(programs.Programs, "nats", nats)
         with pytest.raises(SystemExit) as end:
             main([*args, "--resume"])
-    assert (
-        f"no run in {run_dir} yet, but in {run_dir}s: a new one begins" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"no run in {run_dir} yet, but in {run_dir}s: a new one begins" in said
     assert end.value.code == 75 and len(passes) == 1
     newest = checkpoint.latest(run_dir)
     assert int(checkpoint.load(newest)["step"]) == 2 if steps else newest is None

@@ -12,7 +12,8 @@ def test_levels_hold_for_the_terminals_of_a_block(capsys, monkeypatch):
         shown.warn("a --flag")
         shown.note("a note")
         with shown.phase("a phase") as progress:
-            _ = progress(1, 2), progress(2, 2)  # the end is said by what comes next
+            progress(1, 2)
+            progress(2, 2)  # the end is said by what comes next
         return capsys.readouterr().err.splitlines()
 
     assert speak() == ["warning: a --flag", "a note"]

@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from fedsim.config import BuildConfig
 from fedsim.data.building.columns import Columns, chats_as_json, normalise, plain
 from fedsim.data.building.text_files import PACKED, TextFile
-from fedsim.errors import DataError, Interrupted, may_pass, printable, such_as
-from fedsim.files import DISK_FULL, TABLES, expand_home
+from fedsim.errors import DataError, Interrupted, may_pass, printable
+from fedsim.files import DISK_FULL, TABLES, expand_home, near
 
 READ_ROWS, READ_BYTES = 65_536, 64 * 2**20  # of a batch, at most
 PART_ROWS, PART_BYTES = 2**20, 128 * 2**20  # of a part, about
@@ -81,8 +81,7 @@ def find_files(sources: Sequence[str | Path] | str | Path) -> list[Path]:
             found += files_in(path) if path.is_dir() else [path]
         if not found:
             expected = "a file, glob or directory (of `fedsim data build`, say) that exists"
-            beside = glob.glob("*", root_dir=here.parent)
-            expected += such_as(here.name, beside, here.parent.joinpath)
+            expected += near(here)
             if exists:
                 expected = f"files in it that end in {', '.join(SUFFIXES)} (JSON: '{source}/*.json'"
                 expected += "; what `datasets` saved: to_parquet writes such a file)"
