@@ -47,7 +47,8 @@ def test_that_of_accelerators_needs_no_datasets_and_no_ray_and_goes_on_after_a_f
     own = "--quick", "--data", "nowhere.csv", "pydocs", "--out", str(tmp_path / "found")
     run(tmp_path, "-c", WITHOUT, "experiments.benchmarks.accelerator", *own, JAX_PLATFORMS="cpu")
     found = json.loads((tmp_path / "found").read_text())
-    assert [each.partition(":")[0] for each in found["skipped"]] == ["padding nowhere.csv"]
+    skipped = [each.partition(":")[0] for each in found["skipped"]]
+    assert skipped == ["padding nowhere.csv"], found["skipped"]
     rows = {part: [row for row in found["rows"] if row["part"] == part] for part in PARTS[:-1]}
     assert (private := rows["private"][0])["verify"]["replay"] == "OK" and private["epsilon"] <= 8
     assert {row["model"] for row in [*rows["speed"], *rows["step"]]} == {"tiny", "tiny, LoRA"}
